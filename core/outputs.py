@@ -21,6 +21,8 @@ class FailureCode(IntEnum):
     NOT_FOUND = 6
     #: An exception that nobody foresaw. The message is the id under which the log has the rest.
     INTERNAL = 7
+    #: What compiles constraints was killed, more than once: this sequence alone fails.
+    COMPILER_LOST = 8
 
 
 class FinishCode(IntEnum):

@@ -28,6 +28,8 @@ from tokenpod.service.protocols import TABLE
 from tokenpod.service.server import Server
 from tokenpod.service.telemetry.logs import configure_logging
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.tei.v1 import tei_pb2 as tei
+from tokenpod_client.protos.tokenpod.v1 import embedding_service_pb2 as es
 
 MOST_BYTES = 4 * 1024 * 1024
 
@@ -53,14 +55,16 @@ async def watched(asked: Connection) -> None:
         held[1] = max(held[1], time.thread_time() - cpu)
 
 
-def serve(port: int, asked: Connection) -> None:
+def serve(port: int, asked: Connection, model: str) -> None:
     """Run a server until the process is ended."""
-    settings = ServerSettings(hostname="127.0.0.1", port=port, health_port=0, threads=1)
+    settings = ServerSettings(
+        hostname="127.0.0.1", port=port, health_port=0, threads=1, model_id=model
+    )
 
     async def both() -> None:
         noting = asyncio.create_task(watched(asked))
         writer = configure_logging(level="info", json_output=False)
-        await Server(settings, resolve_model("demo", None), writer).run()
+        await Server(settings, resolve_model(model, None), writer, []).run()
         noting.cancel()
 
     uvloop.run(both())
@@ -116,6 +120,24 @@ def messages() -> Iterator[tuple[str, bytes]]:
     yield "a million slots", pb.PrefillRequest(batch=pb.Batch(requests=[slots])).SerializeToString()
     names = pb.FilterBatchRequest(batch_id=1, request_ids=[2**31] * 131_000)
     yield "131,000 names", names.SerializeToString()
+    # Of what makes vectors, and lists tokens.
+    yield (
+        "so many tokens as are listed",
+        tei.EncodeRequest(inputs=160_000 * "x ").SerializeToString(),
+    )
+    texts = [{"text": 15_000 * "x"}] * 256
+    yield "256 texts, cut", es.EmbedRequest(inputs=texts, truncation=1).SerializeToString()
+    lists = [{"tokens": {"ids": 1000 * [5]}}] * 256
+    yield (
+        "256 lists of tokens, cut",
+        es.EmbedRequest(inputs=lists, truncation=1).SerializeToString(),
+    )
+    short = [{"text": 60 * "x"}] * 256
+    yield "vectors of tokens", es.EmbedRequest(inputs=short, token_vectors=True).SerializeToString()
+    yield (
+        "30,000 documents",
+        es.ScoreRequest(query="x", documents=30_000 * ["y"]).SerializeToString(),
+    )
 
 
 def methods() -> Iterator[tuple[str, bool]]:
@@ -145,6 +167,7 @@ SMOKE = {
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--most-ms", type=float, default=20.0)
     parser.add_argument("--only", default="", metavar="NAME", help="messages whose name has it")
+    parser.add_argument("--model", default="demo", help="one that embeds is asked for vectors")
     parser.add_argument("--times", type=int, default=1, help="that each message is sent")
 
 
@@ -154,7 +177,9 @@ def run(arguments: argparse.Namespace, report: Report) -> int:
     chosen = [each for each in messages() if arguments.only in each[0]] * arguments.times
     port = free_port()
     ask, asked = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(port, asked))
+    process = multiprocessing.get_context("spawn").Process(
+        target=serve, args=(port, asked, arguments.model)
+    )
     process.start()
     rows: list[tuple[float, float, str, str, str]] = []
     try:

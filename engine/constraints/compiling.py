@@ -22,12 +22,11 @@ from functools import partial
 import numpy as np
 
 from tokenpod.core.constraints import Constraint, ConstraintLimits
-from tokenpod.core.link import LinkClosed
 from tokenpod.core.messages import Vocabulary
 from tokenpod.core.outputs import Failure, FailureCode
 from tokenpod.core.requests import Request
 from tokenpod.engine.constraints.cache import MOST_SHARING, CompileCache, Compiled
-from tokenpod.engine.constraints.library import Library, LimitReached, Refused
+from tokenpod.engine.constraints.library import Library, LimitReached, Lost, Refused
 from tokenpod.engine.constraints.text import ConstrainedText
 from tokenpod.engine.constraints.trial import TooLong
 from tokenpod.engine.constraints.trials import START_SECONDS, Trials
@@ -36,6 +35,7 @@ from tokenpod.engine.constraints.workers import Workers
 log = logging.getLogger("tokenpod.engine")
 
 _NEVER = "this model's vocabulary can't be used for constraints"
+_LOST = "the process that compiles constraints was lost, and so was its successor"
 #: Seconds of a trial that most constraints need a hundredth of.
 _QUICK_SECONDS = 0.1
 
@@ -165,7 +165,7 @@ class Compiler:
         try:
             if self._ready_at is None:
                 if self._trials is not None:
-                    with contextlib.suppress(OSError, LinkClosed, TooLong):  # the trial tells it
+                    with contextlib.suppress(Lost, TooLong):  # the trial tells it
                         self._trials.start()
                 self._ready_at = self._clock()
             self._do(job, _QUICK_SECONDS)
@@ -195,12 +195,15 @@ class Compiler:
         except TooLong:
             raise
         except (Refused, LimitReached) as error:
-            job.problem = f"constraint: {error}"
+            job.problem = f"constraint: can't be used: {error}"
+        except Lost as error:
+            log.warning("what compiles constraints was lost twice", exc_info=error)
+            job.code, job.problem = FailureCode.COMPILER_LOST, _LOST
         except Exception as error:
             job.code, job.problem = FailureCode.INTERNAL, log_fault(error)
         except BaseException as error:  # what the library raises when it panics is no Exception
             log.error("a constraint was not compiled", extra={"reason": type(error).__name__})
-            job.problem = "constraint: the library failed to compile it"
+            job.problem = "constraint: can't be used: the library failed to compile it"
         job.done = True
 
     def _texts(self, request: Request, seconds: float, *, dear: bool) -> list[ConstrainedText]:

@@ -16,7 +16,11 @@ _MOST_SHOWN = 500
 #: text, and counts towards the limit on its lexer's states.
 _MOST_TEXTS = 16
 #: What it calls by a name of its own.
-_NAMED = {"NoExtensionBias": "no text conforms to it"}
+_NAMED = {
+    "NoExtensionBias": "no text conforms to it",
+    "lexer precomputation failed; either increase limits.initial_lexer_fuel or disable"
+    " limits.precompute_large_lexemes": "its expressions have too many states",
+}
 
 
 class GuidanceMatcher:

@@ -25,6 +25,10 @@ class Fault(Exception):
     """An exception that nobody foresaw, in another process; the text is its traceback."""
 
 
+class Lost(Exception):
+    """The process that tries constraints was killed, which is no constraint's doing."""
+
+
 class LimitReached(Exception):
     """A matcher has reached one of the library's limits, and is of no use any more."""
 

@@ -77,6 +77,8 @@ class Tried(msgspec.Struct, array_like=True, tag=True):
     fault: str = ""
     #: The time was over.
     late: bool = False
+    #: The worker was killed, as the kernel does where memory is short.
+    lost: bool = False
 
 
 class TooLong(Exception):
@@ -147,6 +149,8 @@ class _Lane:
             self._pid, self._worker = self._fork()
             if isinstance(error, TooLong):
                 return Tried(late=True)
+            if status == -signal.SIGKILL:
+                return Tried(lost=True)
             return Tried(problem=_ENDS.get(status, _FAILED))
 
     def _fork(self) -> tuple[int, Link[Any]]:

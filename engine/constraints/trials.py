@@ -12,7 +12,7 @@ from threading import Lock
 
 from tokenpod.core.constraints import Constraint
 from tokenpod.core.link import Link, LinkClosed
-from tokenpod.engine.constraints.library import Fault, Refused
+from tokenpod.engine.constraints.library import Fault, Lost, Refused
 from tokenpod.engine.constraints.trial import Begin, TooLong, Tried, Try, receive
 
 #: -P: nothing is imported from the working directory.
@@ -50,17 +50,22 @@ class Trials:
         self._lanes: Lanes | None = None
 
     def start(self) -> Lanes:
-        """Wait until all lanes are there. Raises OSError, LinkClosed and TooLong."""
+        """Wait until all lanes are there. Raises Lost and TooLong."""
         with self._lock:
             if self._lanes is not None:
                 return self._lanes
-            process, links = self._begun()
+            try:
+                process, links = self._begun()
+            except OSError as error:
+                raise Lost from error
             try:
                 for link in links:
                     receive(link, START_SECONDS)
-            except BaseException:
+            except BaseException as error:
                 process.kill()
                 process.wait()
+                if isinstance(error, LinkClosed):
+                    raise Lost from error
                 raise
             lanes = self._lanes = Lanes(process)
             for link, nice in zip(links, self._begin.nice, strict=True):
@@ -68,24 +73,32 @@ class Trials:
             return lanes
 
     def try_first(self, constraint: Constraint, seconds: float, *, dear: bool = False) -> str:
-        """What `Library.compile` takes besides. Raises Refused, TooLong and Fault.
+        """What `Library.compile` takes besides. Raises Refused, TooLong, Fault and Lost.
 
         Args:
             constraint: it.
             seconds: for this.
             dear: at a low priority, behind others of that kind.
         """
+        try:
+            return self._try(Try(constraint, seconds), dear=dear)
+        except Lost:
+            return self._try(Try(constraint, seconds), dear=dear)
+
+    def _try(self, job: Try, *, dear: bool) -> str:
         lanes = self.start()
         free = lanes.dear if dear else lanes.quick
         link = free.get()
         try:
-            link.send(Try(constraint, seconds))
-            answer = receive(link, seconds + _ANSWER_SECONDS)
-        except (LinkClosed, TooLong):
+            link.send(job)
+            answer = receive(link, job.seconds + _ANSWER_SECONDS)
+        except (LinkClosed, TooLong) as error:
             self._end(lanes)
-            raise Refused("it could not be tried") from None
+            raise Lost from error
         finally:
             free.put(link)
+        if answer.lost:
+            raise Lost
         if answer.late:
             raise TooLong
         if answer.fault:

@@ -29,6 +29,7 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import logging
 import os
 import struct
 import time
@@ -46,6 +47,8 @@ from numba.core import cgutils
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
+
+log = logging.getLogger("tokenpod.engine")
 
 #: Where a loop finds the number of its items, and its first own argument.
 END, FIRST = 2, 3
@@ -223,8 +226,11 @@ class _Files(IndexDataCacheFile):  # type: ignore[misc]
         self._turn = turn
 
     def save(self, key: Any, data: Any) -> None:
-        """Replaces what was made from an older source file."""
-        self._save_data(self._name_of(key), (self._source_stamp, data))
+        """Replaces what was made from an older source file. A full disk ends no start."""
+        try:
+            self._save_data(self._name_of(key), (self._source_stamp, data))
+        except OSError as error:
+            log.warning("compiled code can't be kept: %s", error)
 
     def load(self, key: Any) -> Any:
         """None: there is none of this source file, and no other process makes it meanwhile."""
@@ -238,6 +244,9 @@ class _Files(IndexDataCacheFile):  # type: ignore[misc]
         try:
             stamp, data = self._load_data(self._name_of(key))
         except OSError:
+            return None
+        except Exception as error:  # what reading a damaged pickle may raise
+            log.warning("compiled code that was kept can't be read: %s", error)
             return None
         return data if stamp == self._source_stamp else None
 
@@ -253,7 +262,11 @@ def _turn_at(folder: str) -> Iterator[None]:
     Who waits too long, for instance for a process that is stopped, compiles beside it.
     """
     late = time.monotonic() + _LONGEST_TURN
-    opened = os.open(folder, os.O_RDONLY)
+    try:
+        opened = os.open(folder, os.O_RDONLY)
+    except OSError:  # it has been removed meanwhile
+        yield
+        return
     try:
         while time.monotonic() < late:
             try:

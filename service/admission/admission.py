@@ -6,12 +6,13 @@ the load that can be served, refusals take almost nothing from the calls that ar
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from msgspec.structs import replace
 
@@ -28,6 +29,8 @@ DRAINING = "the server is draining"
 #: Why new calls are refused while the engine has not settled a step for seconds, and the hint.
 STALLED = "the engine makes no progress"
 STALLED_RETRY_SECONDS = 5.0
+
+_Answer = TypeVar("_Answer")
 
 
 class Admission:
@@ -147,20 +150,68 @@ class Admission:
         return min(math.ceil(10 * after) / 10, MOST_RETRY_SECONDS)
 
     @contextmanager
-    def enter(self, seconds: float | None = None) -> Iterator[Place]:
+    def enter(
+        self, seconds: float | None = None, stream: RequestStream | None = None
+    ) -> Iterator[Place]:
         """Hold a place for one call; raises Unavailable or ResourceExhausted at once.
 
         Args:
             seconds: until its deadline; None: it has none, or needs no row.
+            stream: whose request it is, where calls send many; those under way have one place.
         """
-        self.check_room(seconds)
-        self.counters.add(requests=1)
+        if stream is None:
+            stream = RequestStream()
+        if stream.under_way:
+            self.check_open()
+        else:
+            self.check_room(seconds)
+            self.counters.add(requests=1)
         place = Place(self)
         try:
-            yield place
+            with stream.one_more():
+                yield place
         finally:
             place.leave_queue()
-            self.counters.add(requests=-1)
+            if not stream.under_way:
+                self.counters.add(requests=-1)
+
+
+class RequestStream:
+    """Requests of one call that are under way: they hold one place together, as one call does."""
+
+    def __init__(self) -> None:
+        self.under_way = 0
+        self._none = asyncio.Event()
+        self._alone = asyncio.Lock()
+
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        """One of them."""
+        self.under_way += 1
+        self._none.clear()
+        try:
+            yield
+        finally:
+            self.under_way -= 1
+            if not self.under_way:
+                self._none.set()
+
+    async def fitting(self, answer: Callable[[], Awaitable[_Answer]]) -> _Answer:
+        """Answer a request that may need what the others of its stream hold: then it waits.
+
+        Args:
+            answer: called a second time, with none of the others under way, if the first ends with
+                ResourceExhausted because of them.
+        """
+        try:
+            return await answer()
+        except ResourceExhausted:
+            if not self.under_way:
+                raise
+        async with self._alone:
+            if self.under_way:
+                await self._none.wait()
+            return await answer()
 
 
 class Place:

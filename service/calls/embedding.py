@@ -195,21 +195,24 @@ class ReadLimits:
 
 
 def pairs_of(
-    facts: VectorFacts, query: str, documents: Sequence[str], field: str, instruction: str = ""
+    limits: ReadLimits, query: str, documents: Sequence[str], field: str, instruction: str = ""
 ) -> list[AskedText]:
     """A query with each of these documents, as the model reads them.
 
     Args:
-        facts: of the model.
+        limits: of the model and the server.
         query: the client's `query`.
         documents: the client's `field`.
         field: where the client put them.
         instruction: what the query is about; empty: what the model was trained with.
 
     Raises:
-        InvalidArgument: the query is empty, or so long that many copies would be a burden.
+        InvalidArgument: the documents are too many, or the query is empty, or so long that many
+            copies would be a burden.
         Unimplemented: the model does nothing with instructions.
     """
+    facts = limits.facts
+    few_entries(field, len(documents), limits.max_texts, "--max-client-batch-size")
     if instruction and not facts.template:
         raise Unimplemented("instruction", "is set; this model was not trained with instructions")
     if not query:

@@ -272,7 +272,7 @@ def engine_failure(failure: Failure) -> ServiceError:
         case FailureCode.RESOURCE_EXHAUSTED:
             limit = "max_batch_total_tokens"
             return ResourceExhausted(failure.message, limit=limit, retry_after=RETRY_SECONDS)
-        case FailureCode.UNAVAILABLE:
+        case FailureCode.UNAVAILABLE | FailureCode.COMPILER_LOST:
             return Unavailable(failure.message, retry_after=RETRY_SECONDS)
         case FailureCode.INVALID_ARGUMENT:
             return InvalidArgument("request", failure.message)

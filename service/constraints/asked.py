@@ -20,6 +20,8 @@ from tokenpod.service.constraints.regex import problem_of
 
 _Made = TypeVar("_Made")
 
+#: What is wrong with a constraint follows.
+_UNUSABLE = "can't be used"
 #: Any JSON object.
 _OBJECT = '{"type": "object"}'
 
@@ -37,7 +39,7 @@ async def constraint_of(asked: AskedConstraint) -> Constraint:
                 return JsonSchema(_OBJECT)
             case ConstraintKind.REGEX:
                 if problem := problem_of(asked.text):
-                    raise InvalidArgument(asked.field, problem)
+                    raise InvalidArgument(asked.field, f"{_UNUSABLE}: {problem}")
                 return Regex(asked.text)
             case ConstraintKind.GRAMMAR:
                 return Grammar(asked.text)
@@ -48,7 +50,7 @@ async def constraint_of(asked: AskedConstraint) -> Constraint:
             case ConstraintKind.UNKNOWN:
                 raise InvalidArgument(asked.field, f"is {asked.text}, which is not known")
     except SchemaError as error:
-        raise InvalidArgument(asked.field, str(error)) from None
+        raise InvalidArgument(asked.field, f"{_UNUSABLE}: {error}") from None
 
 
 async def _json_schema(text: str) -> JsonSchema:

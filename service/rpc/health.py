@@ -22,22 +22,21 @@ replaces pods one by one, waits for the whole group.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tokenpod.service.admission.counters import PodCounters
-from tokenpod.service.calls.errors import RETRY_SECONDS, ResourceExhausted
 from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.rpc.intake import Intake
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
 from tokenpod.service.rpc.listen import CONNECTION_TIMES, bind
 from tokenpod.service.rpc.methods import SMALL, Access, MethodTable, method_of
+from tokenpod.service.rpc.open_streams import OpenStreams
 from tokenpod.service.rpc.reflection import METHODS as REFLECTION
 from tokenpod.service.rpc.reflection import enable_reflection
 
@@ -59,8 +58,6 @@ METHODS = tuple(
 )
 
 _POLL_SECONDS = 0.25
-#: One connection may have this part of a server's `Watch` streams.
-_PART_OF_ONE = 8
 
 #: Of the health port's server, whose clients send a name and wait a moment.
 _HEALTH_OPTIONS = (
@@ -99,17 +96,12 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     Args:
         statuses: what it tells.
-        most_watchers: `Watch` streams at once; each takes some 20 kB for as long as its client
-            likes. One connection may have an eighth of them. Those of unix sockets can't be told
-            apart, and have none of their own.
+        most_watchers: `Watch` streams at once.
     """
 
     def __init__(self, statuses: _Statuses, most_watchers: int) -> None:
         self._statuses = statuses
-        self._most = most_watchers
-        self._most_of_one = max(most_watchers // _PART_OF_ONE, 1)
-        #: Streams by connection.
-        self._watchers: Counter[str] = Counter()
+        self._watchers = OpenStreams("Watch", most_watchers)
 
     async def Check(  # noqa: N802 - protobuf's name
         self, request: health_pb2.HealthCheckRequest, context: Any
@@ -134,7 +126,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self, request: health_pb2.HealthCheckRequest, context: Any
     ) -> None:
         """The status of a name, and each that it changes to."""
-        with self._place(context.peer()):
+        with self._watchers.place(context.peer()):
             told = None
             while True:
                 change = self._statuses.change
@@ -143,26 +135,6 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
                     await context.write(health_pb2.HealthCheckResponse(status=status))
                     told = status
                 await change.wait()
-
-    @contextlib.contextmanager
-    def _place(self, connection: str) -> Iterator[None]:
-        """For a stream of this connection. Raises ResourceExhausted if there is none."""
-        own, all_ = self._watchers[connection], self._watchers.total()
-        apart = not connection.startswith("unix")
-        if all_ >= self._most or (apart and own >= self._most_of_one):
-            raise ResourceExhausted(
-                f"{all_} Watch streams are open, {own} of them of this connection; this server"
-                f" takes at most {self._most}, {self._most_of_one} of a connection",
-                limit="watch streams",
-                retry_after=RETRY_SECONDS,
-            )
-        self._watchers[connection] += 1
-        try:
-            yield
-        finally:
-            self._watchers[connection] -= 1
-            if not self._watchers[connection]:
-                del self._watchers[connection]
 
 
 class HealthBoard:

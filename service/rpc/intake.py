@@ -31,6 +31,7 @@ from tokenpod.service.rpc.interceptors import (
     unparsed,
 )
 from tokenpod.service.rpc.methods import Services
+from tokenpod.service.rpc.open_streams import OpenStreams
 from tokenpod.service.rpc.wire import (
     LENIENT,
     PLAIN_BYTES,
@@ -49,6 +50,9 @@ from tokenpod.service.rpc.wire import (
 #: call whose message is not there in time is ended.
 ARRIVAL_SECONDS = 5.0
 ARRIVAL_BYTES_PER_SECOND = 512 * 1024
+
+#: Calls of a listener that send a stream of requests, at once: they end when their clients like.
+MOST_REQUEST_STREAMS = 4000
 
 #: Messages from this size on are parsed in a turn of their own.
 _LONG_BYTES = 64 * 1024
@@ -147,6 +151,7 @@ class Intake(Interceptor):
         late: counts messages that are late; None: they are not counted.
         longest: bytes that a message of the listener may have.
         arrival: seconds that the shortest message may take to arrive; see ARRIVAL_SECONDS.
+        most_streams: calls with a stream of requests, at once.
     """
 
     def __init__(
@@ -157,12 +162,14 @@ class Intake(Interceptor):
         *,
         longest: int = PLAIN_BYTES,
         arrival: float = ARRIVAL_SECONDS,
+        most_streams: int = MOST_REQUEST_STREAMS,
     ) -> None:
         self._limits = limits
         self._gate = gate
         self._late = late
         self._longest = longest
         self._arrival = arrival
+        self._streams = OpenStreams("request", most_streams)
         self._wrapped = Wrapped(self._parsing)
 
     def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
@@ -189,7 +196,9 @@ class Intake(Interceptor):
                 yield message
 
         async def parse(requests: Any, context: Context) -> Any:
-            return await inner(parsed(requests, gate(method, context.time_remaining())), context)
+            memory = gate(method, context.time_remaining())
+            with self._streams.place(context.peer()):
+                return await inner(parsed(requests, memory), context)
 
         return unparsed(handler, parse)
 

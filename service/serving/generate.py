@@ -21,7 +21,7 @@ from msgspec import structs
 from tokenpod.core.messages import AdapterFacts, Ready
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.task import Task
-from tokenpod.service.admission.admission import Admission, Place
+from tokenpod.service.admission.admission import Admission, Place, RequestStream
 from tokenpod.service.admission.aside import Aside
 from tokenpod.service.admission.counters import NamedCalls
 from tokenpod.service.admission.memory_budget import Lease
@@ -152,12 +152,13 @@ class GenerateService:
             finally:
                 admitted.end()
 
-    async def tokens(self, call: TokensCall) -> Tokenised:
+    async def tokens(self, call: TokensCall, stream: RequestStream | None = None) -> Tokenised:
         """The tokens of a text or chat; their ids only if the call wants them.
 
-        It takes a place as a generation does: tokenising costs no less here.
+        It takes a place as a generation does: tokenising costs no less here. `stream`: whose
+        request it is, if not the call's only one.
         """
-        with self._admission.enter():
+        with self._admission.enter(stream=stream):
             serving = self._ready()
             check_tokens(call, serving.limits)
             serving.images.check(call.images)
@@ -178,12 +179,14 @@ class GenerateService:
                 lease.resize(lease.size + ID_BYTES * (len(tokenised.ids) + len(tokenised.offsets)))
                 return tokenised
 
-    async def text_of(self, ids: Sequence[int], *, skip_special: bool) -> str:
+    async def text_of(
+        self, ids: Sequence[int], *, skip_special: bool, stream: RequestStream | None = None
+    ) -> str:
         """The text of tokens. Other tasks get their turn while many are decoded.
 
-        It takes a place as a generation does. Raises InvalidArgument for ids of no token.
+        It takes a place as `tokens` does. Raises InvalidArgument for ids of no token.
         """
-        with self._admission.enter():
+        with self._admission.enter(stream=stream):
             serving = self._ready()
             check_detokenize(ids, serving.limits)
             with self._admission.memory.reserve(ID_BYTES * len(ids)):

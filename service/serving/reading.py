@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from tokenpod.core.requests import PoolingParams, Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.service.admission.admission import Admission, Place
+from tokenpod.service.admission.admission import Admission, Place, RequestStream
 from tokenpod.service.admission.memory_budget import Lease
 from tokenpod.service.calls.call import ID_BYTES, deadline_of
 from tokenpod.service.calls.embedding import (
@@ -85,16 +85,19 @@ class ReadingService:
         self._generate = generate
 
     @contextlib.contextmanager
-    def admit(self, remaining: float | None) -> Iterator[AdmittedTexts]:
+    def admit(
+        self, remaining: float | None, stream: RequestStream | None = None
+    ) -> Iterator[AdmittedTexts]:
         """Hold a place for one call; what it has read is cancelled at the end.
 
         Args:
             remaining: seconds until its deadline; None: it has none.
+            stream: whose request it is; None: it is the call's only one.
 
         Raises Unavailable or ResourceExhausted at once if there is no place, or no row in time.
         """
         arrived_at = time.monotonic_ns()
-        with self._admission.enter(remaining) as place:
+        with self._admission.enter(remaining, stream) as place:
             place.line_up()
             admitted = AdmittedTexts(
                 self._generate.serving, self._admission, place, arrived_at, current_call()

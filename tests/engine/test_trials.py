@@ -19,7 +19,7 @@ from support.pods.harness import children_of
 from tokenpod.core.constraints import Choice, ConstraintLimits, Grammar, JsonSchema, Regex, Tagged
 from tokenpod.core.outputs import FinishCode
 from tokenpod.engine.constraints.guidance import Guidance
-from tokenpod.engine.constraints.library import Fault, LimitReached, Refused
+from tokenpod.engine.constraints.library import Fault, LimitReached, Lost, Refused
 from tokenpod.engine.constraints.trial import TooLong
 from tokenpod.engine.constraints.trials import Trials
 
@@ -72,7 +72,7 @@ def test_one_that_could_not_be_started_is_started_for_the_next_constraint(monkey
     trials = Trials(constrained.TOKENS.tokens, constrained.TOKENS.special, 1)
     with monkeypatch.context() as patch:
         patch.setattr("tokenpod.engine.constraints.trials._COMMAND", ("/no/such/program",))
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(Lost):
             trials.try_first(Regex("a"), 60)
     assert trials.try_first(Regex("a"), 60)
 
@@ -83,6 +83,27 @@ import sys
 from tokenpod.engine.constraints import guidance, trial
 def grammar_of(constraint, special, real=guidance.grammar_of):
     return real(constraint, special) if constraint.pattern != "bad" else 1 / 0
+guidance.grammar_of = grammar_of
+sys.exit(trial.main())
+"""
+
+
+#: Workers that are killed while they compile some constraints: one of them, or each.
+KILLED = """
+import os, signal, sys
+from tokenpod.engine.constraints import guidance, trial
+first = os.pipe()
+os.write(first[1], b"1")
+os.set_blocking(first[0], False)
+def is_first():
+    try:
+        return bool(os.read(first[0], 1))
+    except BlockingIOError:
+        return False
+def grammar_of(constraint, special, real=guidance.grammar_of):
+    if constraint.pattern == "always" or constraint.pattern == "once" and is_first():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(constraint, special)
 guidance.grammar_of = grammar_of
 sys.exit(trial.main())
 """
@@ -106,17 +127,28 @@ def test_its_processes_end_with_the_first_and_others_take_their_place():
     first.kill()
     while any(alive(pid) for pid in workers):
         time.sleep(0.01)
-    with pytest.raises(Refused, match="could not be tried"):
-        trials.try_first(Regex("b"), 60)
     assert trials.try_first(Regex("b"), 60)
+
+
+def test_a_worker_that_the_kernel_kills_is_no_constraints_fault(monkeypatch):
+    trials = Trials(constrained.TOKENS.tokens, constrained.TOKENS.special, 1)
+    command = sys.executable, "-P", "-c", KILLED
+    monkeypatch.setattr("tokenpod.engine.constraints.trials._COMMAND", command)
+    assert trials.try_first(Regex("once"), 60)
+    with pytest.raises(Lost):
+        trials.try_first(Regex("always"), 60)
+    assert trials.try_first(Regex("a"), 60)
+    monkeypatch.setattr("tokenpod.engine.constraints.trials._COMMAND", (sys.executable, "-c", ""))
+    trials._end(trials.start())
+    with pytest.raises(Lost):
+        trials.try_first(Regex("a"), 60)
 
 
 def test_who_finds_late_that_lanes_are_gone_does_not_end_their_successors():
     trials = Trials(constrained.TOKENS.tokens, constrained.TOKENS.special, 1)
     old = trials.start()
     old.process.kill()
-    with pytest.raises(Refused, match="could not be tried"):
-        trials.try_first(Regex("b"), 60)
+    assert trials.try_first(Regex("b"), 60)
     new = trials.start()
     # Another thread had waited for one of the old lanes, and finds now that it is gone.
     trials._end(old)
@@ -145,6 +177,7 @@ def test_what_a_trial_has_prepared_is_compiled_alike(trials):
         (schema({"type": "integer", "minimum": 5, "maximum": 3}), "Unsatisfiable schema: minimum"),
         (schema({"$ref": "#"}), "no text conforms to it"),
         (Grammar('start: "a"\n  nothing'), "line 2, column 10: "),
+        (Regex("x*" * 1500), "its expressions have too many states"),
     ],
 )
 def test_problems_are_told_in_terms_of_what_was_sent(trials, constraint, problem):

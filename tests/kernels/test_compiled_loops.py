@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -11,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numba
 import pytest
 import torch
+from numba.core.caching import IndexDataCacheFile
 from numba.core.ccallback import CFunc
 
 from tokenpod.kernels.backends import cpu, reference
@@ -149,3 +152,34 @@ def test_a_process_waits_for_what_another_one_compiles(tmp_path, monkeypatch):
     _adds(3)
     os.close(other)
     assert kept.exists()
+
+
+def test_code_that_cant_be_kept_or_read_again_is_compiled(tmp_path, monkeypatch, caplog):
+    """The disk is full, what was kept is damaged, or its folder has gone."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+
+    def runs(number):
+        sums = torch.zeros(2)
+        _adds(number)(len(sums), sums.data_ptr())
+        assert torch.equal(sums, torch.full((2,), float(number)))
+
+    with monkeypatch.context() as full:
+
+        @contextlib.contextmanager
+        def fails(*_):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            yield
+
+        full.setattr(IndexDataCacheFile, "_open_for_write", fails)
+        runs(4)
+    assert not [*tmp_path.rglob("*.nbc")]
+    runs(4)
+    (kept,) = tmp_path.rglob("*.nbc")
+    kept.write_bytes(kept.read_bytes()[:40])
+    runs(4)
+    assert {record.message.split(":")[0] for record in caplog.records} == {
+        "compiled code can't be kept",
+        "compiled code that was kept can't be read",
+    }
+    with loops._turn_at(str(tmp_path / "gone")):
+        pass

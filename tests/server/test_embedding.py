@@ -24,8 +24,11 @@ from tokenpod.core.task import VectorFacts
 from tokenpod.models.convert.pickles import convert_words
 from tokenpod.models.folder import read_config
 from tokenpod.models.pooling.files import _word_weights
-from tokenpod.service.calls.embedding import AskedText, ReadCall, ReadLimits
+from tokenpod.service.calls.embedding import AskedText, ReadCall, ReadLimits, pairs_of
 from tokenpod.service.calls.errors import InvalidArgument
+from tokenpod.service.dialects.tei.codec import encoded
+from tokenpod.service.text.encoder import Tokenised
+from tokenpod.service.text.tokenizers.tokenizer import Tokenizer
 from tokenpod_client import AsyncClient, Client, ServerError
 from tokenpod_client.embeddings import embed_request
 from tokenpod_client.protos.tei.v1 import tei_pb2 as tei_pb
@@ -276,6 +279,26 @@ def test_a_stream_answers_before_the_next_request(pod: ServerProcess) -> None:
     asked.put(None)
 
 
+async def test_a_long_list_of_tokens_lets_others_have_their_turn(minilm: EmbeddingGolden) -> None:
+    tokenizer = Tokenizer.load(minilm.folder)
+    turns, count = 0, 30_000
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    beside = asyncio.ensure_future(others())
+    tokens = Tokenised(count, [9] * count, list(range(2 * count)))
+    listed = (await encoded(tokens, tokenizer)).tokens
+    assert (len(listed), listed[-1].stop) == (count, 2 * count - 1)
+    assert turns >= 25
+    with pytest.raises(InvalidArgument, match="bytes as they are listed; at most 3932160 fit"):
+        await encoded(Tokenised(10 * count, 10 * tokens.ids, 10 * tokens.offsets), tokenizer)
+    beside.cancel()
+
+
 def test_what_tei_can_ask_and_is_not_there_is_named(pod: ServerProcess) -> None:
     stubs = tei(pod.address)
     with pytest.raises(grpc.RpcError, match=r"call tei\.v1\.Embed/Embed") as refused:
@@ -299,11 +322,17 @@ def test_what_tei_can_ask_and_is_not_there_is_named(pod: ServerProcess) -> None:
 def test_sparse_vectors_are_their_numbers_that_are_not_zero(tmp_path: Path) -> None:
     golden = EmbeddingGolden("splade", tmp_path)
     save_tokenizer(golden.folder, "encoder")
-    with serve("--model-id", str(golden.folder)) as running, Client(running.address) as client:
+    # A stream of many texts has one place, and waits for what its own texts hold.
+    limits = ("--max-concurrent-requests", "2", "--max-queue-tokens", "40")
+    with (
+        serve("--model-id", str(golden.folder), *limits) as running,
+        Client(running.address) as client,
+    ):
         stub = tei(running.address).Embed
         expected = {text: golden.vector(framed(text)) for text in TEXTS}
-        requests = (tei_pb.EmbedSparseRequest(inputs=text) for text in TEXTS)
-        for text, found in zip(TEXTS, stub.EmbedSparseStream(requests, timeout=30), strict=True):
+        texts = 20 * TEXTS
+        requests = (tei_pb.EmbedSparseRequest(inputs=text) for text in texts)
+        for text, found in zip(texts, stub.EmbedSparseStream(requests, timeout=60), strict=True):
             there = [each.index for each in found.sparse_embeddings]
             assert 0 < len(there) < len(expected[text])
             assert there == expected[text].nonzero().flatten().tolist()
@@ -365,6 +394,9 @@ def test_a_head_of_words_that_is_a_pickle_is_named(tmp_path: Path) -> None:
     wanted = ReadCall([AskedText("inputs", "a")], sparse=True)
     with pytest.raises(InvalidArgument, match=r"sparse_linear\.safetensors is missing.*convert"):
         limits.check(wanted, "inputs")
+    # Before there is a text for each.
+    with pytest.raises(InvalidArgument, match="has 9 entries; this server allows 8"):
+        pairs_of(limits, "", 9 * ["x"], "documents")
 
 
 @pytest.fixture(scope="module")
@@ -408,6 +440,12 @@ def test_scores_are_those_of_pairs(reranker: EmbeddingGolden) -> None:
         streamed = tei(running.address).Rerank.RerankStream(iter(parts), timeout=30).ranks
         again = [rank.score for rank in streamed]
         assert again == pytest.approx([rank.score for rank in ranks], rel=1e-5)
+        many = [tei_pb.RerankStreamRequest(query="abc", text=3_800_000 * "x")] * 9
+        with pytest.raises(grpc.RpcError, match=r"342\d+ bytes together; .* takes 33554432 \(8 t"):
+            tei(running.address).Rerank.RerankStream(iter(many), timeout=30)
+        request.texts[:] = 2 * [1_980_000 * "x"]
+        with pytest.raises(grpc.RpcError, match="return_text is set for a request of 39"):
+            tei(running.address).Rerank.Rerank(request, timeout=30)
         with pytest.raises(ServerError, match="query has 70 tokens"):
             client.score("a" * 70, ["b"], truncation="end")
         assert running.stop() == 0

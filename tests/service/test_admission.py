@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from types import SimpleNamespace
 
 import pytest
 
-from tokenpod.service.admission.admission import Admission
+from tokenpod.service.admission.admission import Admission, RequestStream
 from tokenpod.service.calls.errors import ResourceExhausted, Unavailable
 
 
@@ -101,3 +103,37 @@ def retry_after(pod: Admission) -> float | None:
     with pytest.raises(Unavailable) as refused:
         pod.check_open()
     return refused.value.retry_after
+
+
+async def test_the_requests_of_a_stream_hold_one_place() -> None:
+    pod = admission(max_requests=2)
+    stream = RequestStream()
+    with pod.enter(stream=stream), pod.enter(stream=stream), pod.enter(stream=stream), pod.enter():
+        assert pod.counters.requests == 2
+        # Others are refused, and so is a stream that holds no place yet.
+        for other in (None, RequestStream()):
+            with pytest.raises(ResourceExhausted, match="at most 2"), pod.enter(stream=other):
+                pass
+    assert pod.counters.requests == 0
+    pod.drain()
+    with pytest.raises(Unavailable), pod.enter(stream=stream):
+        pass
+
+
+async def test_a_request_waits_for_what_others_of_its_stream_hold() -> None:
+    pod, stream, answered = admission(max_queue_tokens=100), RequestStream(), list[int]()
+
+    async def answer(number: int) -> None:
+        with pod.enter(stream=stream) as place:
+            place.queue(60)
+            await asyncio.sleep(0.001)
+            answered.append(number)
+
+    ask = (stream.fitting(functools.partial(answer, number)) for number in range(5))
+    await asyncio.wait_for(asyncio.gather(*ask), 10)
+    assert answered == [*range(5)]
+    # What others hold is no reason to wait.
+    with pod.enter() as other:
+        other.queue(60)
+        with pytest.raises(ResourceExhausted, match="exceed 100"):
+            await stream.fitting(functools.partial(answer, 5))

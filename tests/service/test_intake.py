@@ -72,6 +72,34 @@ async def test_a_call_whose_deadline_passed_in_the_queue_is_not_looked_at() -> N
     assert remaining > 30
 
 
+async def test_streams_of_requests_that_stay_open_are_limited() -> None:
+    """Each takes 30 kB for as long as its client likes; a connection may have an eighth of them."""
+    path = next(row.name for row in TABLE if row.takes_stream)
+    _, service, name = path.split("/")
+
+    async def read(requests: AsyncIterator[Any], context: Any) -> None:
+        async for _ in requests:
+            pass
+
+    handlers = {name: grpc.stream_stream_rpc_method_handler(read)}
+    generic = grpc.method_handlers_generic_handler(service, handlers)
+    intake = Intake(TABLE.limits(), most_streams=16)
+    running_of = serving(handlers=[generic], interceptors=[ErrorInterceptor(), intake])
+    async with running_of as running:
+        open_ = running.channel.stream_stream(path)
+        calls = {open_(timeout=60) for _ in range(3)}
+        await until(lambda: any(call.done() for call in calls))
+        (refused,) = (call for call in calls if call.done())
+        assert await code(refused) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "at most 16, 2 of a connection" in await refused.details()
+        for call in calls - {refused}:
+            await call.done_writing()
+            assert await code(call) is grpc.StatusCode.OK
+        again = open_(timeout=60)
+        await again.done_writing()
+        assert await code(again) is grpc.StatusCode.OK
+
+
 @pytest.mark.parametrize("path", [INFO, GENERATE])
 async def test_who_is_refused_is_refused_before_there_is_a_message(path: str) -> None:
     async with behind(closed) as running:

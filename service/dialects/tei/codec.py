@@ -12,6 +12,7 @@ import numpy as np
 from tokenpod.core.task import Task, VectorFacts
 from tokenpod.service.calls.call import TokensCall
 from tokenpod.service.calls.embedding import (
+    MOST_VECTOR_BYTES,
     AskedText,
     ReadCall,
     ReadLimits,
@@ -33,6 +34,8 @@ _TYPES = {
 }
 #: Numbers of a sparse vector that are written at a time: some milliseconds.
 _SPARSE_AT_ONCE = 4096
+#: Tokens of a text, likewise.
+_TOKENS_AT_ONCE = 1024
 #: The field that makes long texts shorter.
 TRUNCATES = "truncate"
 
@@ -104,9 +107,9 @@ def predict_pair_call(request: pb.PredictPairRequest) -> ReadCall:
     return ReadCall([text], _truncation(request), truncates=TRUNCATES)
 
 
-def rerank_call(request: pb.RerankRequest, facts: VectorFacts) -> ReadCall:
+def rerank_call(request: pb.RerankRequest, limits: ReadLimits) -> ReadCall:
     """A query, and texts that may answer it."""
-    texts = pairs_of(facts, request.query, request.texts, "texts")
+    texts = pairs_of(limits, request.query, request.texts, "texts")
     return ReadCall(texts, _truncation(request), truncates=TRUNCATES)
 
 
@@ -199,15 +202,30 @@ def ranked(
     return response
 
 
-def encoded(tokenised: Tokenised, tokenizer: Tokenizer) -> pb.EncodeResponse:
-    """Tokens, and where they stand in the text."""
-    response = pb.EncodeResponse()
-    for at, token in enumerate(tokenised.ids):
-        start, stop = tokenised.offsets[2 * at : 2 * at + 2]
-        special = token in tokenizer.special_ids
-        added = response.tokens.add(id=token, text=tokenizer.token_text(token), special=special)
-        if not special:
-            added.start, added.stop = start, stop
+async def encoded(tokenised: Tokenised, tokenizer: Tokenizer) -> pb.EncodeResponse:
+    """Tokens, and where they stand in the text.
+
+    A text may have very many: others take their turns in between. Raises InvalidArgument where they
+    don't fit into an answer.
+    """
+    response, special, size = pb.EncodeResponse(), tokenizer.special_ids, 0
+    for first in range(0, len(tokenised.ids), _TOKENS_AT_ONCE):
+        for at, token in enumerate(tokenised.ids[first : first + _TOKENS_AT_ONCE], first):
+            added = response.tokens.add(id=token, text=tokenizer.token_text(token))
+            if token in special:
+                added.special = True
+            else:
+                added.start, added.stop = tokenised.offsets[2 * at : 2 * at + 2]
+            # A tag and a length of one byte, or of more.
+            size += added.ByteSize() + 4
+        if size > MOST_VECTOR_BYTES:
+            raise InvalidArgument(
+                "inputs",
+                f"has {tokenised.count} tokens, of which {at + 1} take {size} bytes as they are"
+                f" listed; at most {MOST_VECTOR_BYTES} fit into an answer: send a shorter text",
+            )
+        # Also before the answer is written, which is one piece of work.
+        await asyncio.sleep(0)
     return response
 
 

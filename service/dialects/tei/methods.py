@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from tokenpod.core.task import Task
-from tokenpod.service.calls.embedding import ReadCall, ReadLimits
+from tokenpod.service.admission.admission import RequestStream
+from tokenpod.service.calls.embedding import MOST_VECTOR_BYTES, ReadCall, ReadLimits
 from tokenpod.service.calls.errors import FailedPrecondition, InvalidArgument
 from tokenpod.service.dialects.fields import copied, field_names
 from tokenpod.service.dialects.streams import request_id_of
@@ -23,9 +25,13 @@ from tokenpod_client.protos.tei.v1 import tei_pb2 as pb
 
 #: Requests of a stream that are answered at once.
 _AT_ONCE = 64
+#: All texts of a stream that is answered once may take so often what one message may have.
+_LONGEST_MESSAGES = 8
 
-#: (backend, request, context) -> response
-Answer = Callable[[Backend, Any, Context], Awaitable[Any]]
+#: (backend, request, context, and whose request it is) -> response
+Answer = Callable[..., Awaitable[Any]]
+#: None: the request is the call's only one.
+Stream = RequestStream | None
 
 
 async def info(backend: Backend, request: pb.InfoRequest, context: Context) -> pb.InfoResponse:
@@ -37,51 +43,55 @@ async def info(backend: Backend, request: pb.InfoRequest, context: Context) -> p
     return codec.info(backend.generate.serving)
 
 
-async def embed(backend: Backend, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+async def embed(
+    backend: Backend, request: pb.EmbedRequest, context: Context, stream: Stream = None
+) -> pb.EmbedResponse:
     """A vector."""
     call = codec.embed_call(request)
-    return codec.embedded(call, *await _read(backend, call, "inputs", context))
+    return codec.embedded(call, *await _read(backend, call, "inputs", context, stream))
 
 
 async def embed_all(
-    backend: Backend, request: pb.EmbedAllRequest, context: Context
+    backend: Backend, request: pb.EmbedAllRequest, context: Context, stream: Stream = None
 ) -> pb.EmbedAllResponse:
     """A vector for each token."""
     call = codec.embed_all_call(request)
-    return codec.embedded_all(call, *await _read(backend, call, "inputs", context))
+    return codec.embedded_all(call, *await _read(backend, call, "inputs", context, stream))
 
 
 async def embed_sparse(
-    backend: Backend, request: pb.EmbedSparseRequest, context: Context
+    backend: Backend, request: pb.EmbedSparseRequest, context: Context, stream: Stream = None
 ) -> pb.EmbedSparseResponse:
     """The numbers of a vector that are not 0."""
     if why := read_limits(backend.generate.serving).facts.no_sparse:
         raise FailedPrecondition(f"{why}: call tei.v1.Embed/Embed")
     call = codec.embed_sparse_call(request)
-    _, read, times = await _read(backend, call, "inputs", context)
+    _, read, times = await _read(backend, call, "inputs", context, stream)
     return await codec.embedded_sparse(call, read, times)
 
 
 async def predict(
-    backend: Backend, request: pb.PredictRequest, context: Context
+    backend: Backend, request: pb.PredictRequest, context: Context, stream: Stream = None
 ) -> pb.PredictResponse:
     """Labels of a text."""
-    return await _predicted(backend, codec.predict_call(request), request, context)
+    return await _predicted(backend, codec.predict_call(request), request, context, stream)
 
 
 async def predict_pair(
-    backend: Backend, request: pb.PredictPairRequest, context: Context
+    backend: Backend, request: pb.PredictPairRequest, context: Context, stream: Stream = None
 ) -> pb.PredictResponse:
     """Labels of two texts."""
-    return await _predicted(backend, codec.predict_pair_call(request), request, context)
+    return await _predicted(backend, codec.predict_pair_call(request), request, context, stream)
 
 
 async def rerank(
     backend: Backend, request: pb.RerankRequest, context: Context
 ) -> pb.RerankResponse:
     """Texts, the best first."""
-    facts = read_limits(backend.generate.serving).facts
-    call = codec.rerank_call(request, facts)
+    call = codec.rerank_call(request, read_limits(backend.generate.serving))
+    if request.return_text and (size := request.ByteSize()) > MOST_VECTOR_BYTES:
+        problem = f"is set for a request of {size} bytes; at most {MOST_VECTOR_BYTES} fit into an"
+        raise InvalidArgument("return_text", f"{problem} answer")
     _, read, times = await _read(backend, call, "texts", context)
     found = scores([each.vectors for each in read], raw=request.raw_scores).tolist()
     texts = request.texts if request.return_text else ()
@@ -92,60 +102,72 @@ async def rerank_stream(
     backend: Backend, requests: AsyncIterator[pb.RerankStreamRequest], context: Context
 ) -> pb.RerankResponse:
     """The same of a stream: its texts are few enough for one call."""
+    serving = backend.generate.serving
+    most = read_limits(serving).max_texts
+    most_bytes = _LONGEST_MESSAGES * serving.settings.max_message_bytes
     whole: pb.RerankRequest | None = None
-    most = read_limits(backend.generate.serving).max_texts
-    async for each in requests:
+    size = 0
+    with contextlib.ExitStack() as held:
+        async for each in requests:
+            if whole is None:
+                whole = pb.RerankRequest(
+                    query=each.query,
+                    truncate=each.truncate,
+                    raw_scores=each.raw_scores,
+                    return_text=each.return_text,
+                    truncation_direction=each.truncation_direction,
+                )
+            size += each.ByteSize()
+            if size > most_bytes:
+                problem = f"comes in messages of {size} bytes together; this server takes"
+                limit = f"{most_bytes} ({_LONGEST_MESSAGES} times --max-message-bytes)"
+                raise InvalidArgument("text", f"{problem} {limit}")
+            held.enter_context(backend.admission.memory.reserve(each.ByteSize()))
+            whole.texts.append(each.text)
+            if len(whole.texts) > most:
+                problem = f"comes more than {most} times in a stream (--max-client-batch-size)"
+                raise InvalidArgument("text", problem)
         if whole is None:
-            whole = pb.RerankRequest(
-                query=each.query,
-                truncate=each.truncate,
-                raw_scores=each.raw_scores,
-                return_text=each.return_text,
-                truncation_direction=each.truncation_direction,
-            )
-        whole.texts.append(each.text)
-        if len(whole.texts) > most:
-            problem = f"comes more than {most} times in a stream (--max-client-batch-size)"
-            raise InvalidArgument("text", problem)
-    if whole is None:
-        raise InvalidArgument("text", "is missing: the stream has no message")
-    return await rerank(backend, whole, context)
+            raise InvalidArgument("text", "is missing: the stream has no message")
+        return await rerank(backend, whole, context)
 
 
 async def tokenize(
-    backend: Backend, request: pb.EncodeRequest, context: Context
+    backend: Backend, request: pb.EncodeRequest, context: Context, stream: Stream = None
 ) -> pb.EncodeResponse:
     """The tokens of a text."""
     serving = backend.generate.serving
     with field_names({"text": "inputs", "return_ids": "inputs"}):
         call = codec.tokens_call(request, serving.ready.vectors)
-        tokenised = await backend.generate.tokens(call)
-    return codec.encoded(tokenised, serving.tokenizer)
+        tokenised = await backend.generate.tokens(call, stream)
+    return await codec.encoded(tokenised, serving.tokenizer)
 
 
 async def decode(
-    backend: Backend, request: pb.DecodeRequest, context: Context
+    backend: Backend, request: pb.DecodeRequest, context: Context, stream: Stream = None
 ) -> pb.DecodeResponse:
     """The text of tokens."""
     with field_names({"token_ids": "ids"}):
         ids = await copied(request.ids)
-        text = await backend.generate.text_of(ids, skip_special=request.skip_special_tokens)
+        text = await backend.generate.text_of(
+            ids, skip_special=request.skip_special_tokens, stream=stream
+        )
     return pb.DecodeResponse(text=text)
 
 
 async def _predicted(
-    backend: Backend, call: ReadCall, request: Any, context: Context
+    backend: Backend, call: ReadCall, request: Any, context: Context, stream: Stream
 ) -> pb.PredictResponse:
-    limits, read, times = await _read(backend, call, "inputs", context)
+    limits, read, times = await _read(backend, call, "inputs", context, stream)
     return codec.predicted(call, limits.facts, read, times, raw=request.raw_scores)
 
 
 async def _read(
-    backend: Backend, call: ReadCall, field: str, context: Context
+    backend: Backend, call: ReadCall, field: str, context: Context, stream: Stream = None
 ) -> tuple[ReadLimits, Sequence[ReadText], ReadTimes]:
     """Have the texts of a call read."""
     remaining = context.time_remaining()
-    with backend.reading.admit(remaining) as admitted:
+    with backend.reading.admit(remaining, stream) as admitted:
         read = await admitted.read(call, field, request_id_of("", context), remaining)
         return admitted.limits, read, admitted.times
 
@@ -154,37 +176,33 @@ async def _each(
     answer: Answer, backend: Backend, requests: AsyncIterator[Any], context: Context
 ) -> None:
     """Answer the requests of a stream, in their order, some at once. The first error ends it."""
-    answers: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue(_AT_ONCE)
+    stream = RequestStream()
+    begun = asyncio.Queue[asyncio.Task[Any] | None](_AT_ONCE)
+    under_way = set[asyncio.Task[Any]]()
 
-    taking = asyncio.ensure_future(_take(answer, backend, requests, context, answers))
+    async def begin() -> None:
+        """Begin to answer each request; the last entry is None, also if reading them fails."""
+        try:
+            async for request in requests:
+                one = functools.partial(answer, backend, request, context, stream)
+                task = asyncio.ensure_future(stream.fitting(one))
+                under_way.add(task)
+                task.add_done_callback(under_way.discard)
+                await begun.put(task)
+        finally:
+            await begun.put(None)
+
+    beginning = asyncio.ensure_future(begin())
     try:
-        while (task := await answers.get()) is not None:
+        while (task := await begun.get()) is not None:
             await context.write(await task)
-        await taking
+        await beginning
     finally:
-        taking.cancel()
-        while not answers.empty():
-            if (left := answers.get_nowait()) is not None:
-                left.cancel()
-
-
-async def _take(
-    answer: Answer,
-    backend: Backend,
-    requests: AsyncIterator[Any],
-    context: Context,
-    answers: asyncio.Queue[asyncio.Task[Any] | None],
-) -> None:
-    """Begin to answer each request; the last entry is None, also if reading them fails."""
-    try:
-        async for request in requests:
-            await answers.put(asyncio.ensure_future(_answered(answer, backend, request, context)))
-    finally:
-        await answers.put(None)
-
-
-async def _answered(answer: Answer, backend: Backend, request: Any, context: Context) -> Any:
-    return await answer(backend, request, context)
+        for left in (beginning, *under_way):
+            left.cancel()
+        while not begun.empty():
+            if (ended := begun.get_nowait()) is not None and ended.done():
+                ended.cancelled() or ended.exception()
 
 
 def _stream(answer: Answer) -> Answer:

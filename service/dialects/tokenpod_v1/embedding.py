@@ -83,9 +83,9 @@ async def embed(backend: Backend, request: pb.EmbedRequest, context: Context) ->
 
 async def score(backend: Backend, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
     """How well each document answers a query."""
-    facts = read_limits(backend.generate.serving).facts
+    limits = read_limits(backend.generate.serving)
     call = ReadCall(
-        pairs_of(facts, request.query, request.documents, "documents", request.instruction),
+        pairs_of(limits, request.query, request.documents, "documents", request.instruction),
         _chosen("truncation", _TRUNCATION, request.truncation),
         request_id=request.request_id,
         priority=request.priority,

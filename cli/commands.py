@@ -146,8 +146,16 @@ def _rows(model: model_pb2.Model) -> Iterator[tuple[str, object]]:
             yield "chat template", model.HasField("chat_template")
         elif field == "sampling_defaults":
             yield "sampling defaults", ", ".join(f"{f.name} {x:g}" for f, x in value.ListFields())
+        elif field == "embedding":
+            # Of labels and prompts their names.
+            yield from (
+                (f.name.replace("_", " "), x if isinstance(x, str | int) else ", ".join(x))
+                for f, x in value.ListFields()
+            )
         elif field == "eos_token_ids":
             yield "eos token ids", ", ".join(map(str, value))
+        elif field == "task":
+            yield field, model_pb2.Task.Name(value).removeprefix("TASK_").lower()
         elif field != "features":
             yield field.replace("_", " "), value
 

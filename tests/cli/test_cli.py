@@ -97,7 +97,13 @@ class Canned(GenerationServiceServicer):
     async def GetModel(self, request, context):
         limits = model_pb2.Limits(max_input_tokens=2047, max_total_tokens=2048)
         model = model_pb2.Model(
-            name="demo", dtype="float32", limits=limits, eos_token_ids=[1, 2], features=["text"]
+            name="demo",
+            dtype="float32",
+            limits=limits,
+            eos_token_ids=[1, 2],
+            features=["text"],
+            task=model_pb2.TASK_CLASSIFY,
+            embedding=model_pb2.EmbeddingFacts(dimensions=2, labels=["good", "bad"]),
         )
         return service.GetModelResponse(model=model)
 
@@ -458,6 +464,7 @@ async def test_info_is_a_table_or_json(server):
     rows = [" ".join(line.split()) for line in text.out.splitlines()]
     assert rows[0] == "name demo"
     assert {"dtype float32", "max total tokens 2048", "eos token ids 1, 2"} <= {*rows}
+    assert {"task classify", "dimensions 2", "labels good, bad"} <= {*rows}
     as_json = await tokenpod_("info", "--json", "--address", server.address)
     told = json.loads(as_json.out)
     assert (told["name"], told["limits"]["max_input_tokens"]) == ("demo", 2047)

@@ -91,9 +91,10 @@ def test_every_token_is_the_same_alone_in_company_cut_and_cached(made, capsys):
         link, _ = serve(executor, slots, asked([i]))
         alone[i] = link.tokens[i], link.logprobs[i]
     company, scheduler = serve(executor, slots, [*crowd(), *asked(which)])
-    cut, _ = serve(executor, slots, [*crowd()[:9], *asked(which)], prefill=48)
     cached, _ = serve(executor, slots, asked(which, 2000), scheduler)
     assert sum(cached.cached.values()) > 1000
+    # Last: another scheduler gives out the slots of what is cached.
+    cut, _ = serve(executor, slots, [*crowd()[:9], *asked(which)], prefill=48)
     found = {"company": (company, 0), "cut": (cut, 0), "cached": (cached, 2000)}
     others = {
         name: sum((link.tokens[i + first], link.logprobs[i + first]) != alone[i] for i in which)

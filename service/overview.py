@@ -69,7 +69,9 @@ def _facts(settings: ServerSettings, ready: Ready, address: str) -> Iterator[tup
         yield "health", settings.health_address
     yield "device", ready.device_type
     quantised = f", products {ready.quantization}" if ready.quantization else ""
-    yield "numbers", f"weights {ready.dtype}{quantised}, KV cache {ready.kv_cache_dtype}"
+    # On a CPU weights of 16 bits may be multiplied as float32: their size tells.
+    weights = f"weights {ready.dtype}{quantised} in {ready.weight_bytes / 1e9:.2f} GB"
+    yield "numbers", f"{weights}, KV cache {ready.kv_cache_dtype}"
     yield "context", f"{ready.max_positions} tokens"
     yield "KV cache", f"{ready.slots} tokens: {ready.slots_from}"
     if ready.windows_kept:

@@ -69,14 +69,16 @@ def prepare_norm_linear(
     ending = Ending.WRITTEN if activation is None else Ending.GATED
     if activation in (None, Activation.SILU) and in_panels(weight, ending):
         return Panels(weight, bias, ending, norm)
-    return norm_linear_of(prepare_linear, rms_norm, act_mul)(weight, bias, norm, activation)
+    made_of: Any = norm_linear_of(prepare_linear, rms_norm, act_mul)
+    return made_of(weight, bias, norm, activation)  # type: ignore[no-any-return]
 
 
 def prepare_add_linear(weight: torch.Tensor | NarrowWeight, bias: torch.Tensor | None) -> AddLinear:
     """The product, added to the stream."""
-    if not in_panels(weight):
-        return add_linear_of(prepare_linear)(weight, bias)
-    return Panels(weight, bias, Ending.ADDED).into
+    if in_panels(weight):
+        return Panels(weight, bias, Ending.ADDED).into
+    made_of: Any = add_linear_of(prepare_linear)
+    return made_of(weight, bias)  # type: ignore[no-any-return]
 
 
 def in_panels(weight: torch.Tensor | NarrowWeight, ending: Ending = Ending.WRITTEN) -> bool:

@@ -187,7 +187,7 @@ def test_problems_are_told_in_terms_of_what_was_sent(trials, constraint, problem
 
 def test_the_librarys_own_settings_are_not_told():
     library = Guidance(constrained.TOKENS.tokens, constrained.TOKENS.special)
-    with pytest.raises(Refused, match="^its expressions have too many states$"):
+    with pytest.raises(Refused, match=r"^its expressions have too many states$"):
         library.prepare(Regex("x*" * 1500))
 
 

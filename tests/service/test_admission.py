@@ -130,7 +130,8 @@ async def test_a_request_waits_for_what_others_of_its_stream_hold() -> None:
             await asyncio.sleep(0.001)
             answered.append(number)
         if number < 5:  # it comes before those that wait
-            later.append(asyncio.ensure_future(answer(5 + number)))
+            one = functools.partial(answer, 5 + number)
+            later.append(asyncio.ensure_future(stream.fitting(one)))
 
     ask = (stream.fitting(functools.partial(answer, number)) for number in range(5))
     await asyncio.wait_for(asyncio.gather(*ask), 10)

@@ -182,6 +182,7 @@ class RequestStream:
     def __init__(self) -> None:
         self.under_way = 0
         self._none = asyncio.Event()
+        self._none.set()
         self._alone = asyncio.Lock()
 
     @contextmanager
@@ -200,8 +201,8 @@ class RequestStream:
         """Answer a request that may need what the others of its stream hold: then it waits.
 
         Args:
-            answer: called a second time, with none of the others under way, if the first ends with
-                ResourceExhausted because of them.
+            answer: called again, once none of the others is under way, if it ends with
+                ResourceExhausted while some are.
         """
         try:
             return await answer()
@@ -209,9 +210,14 @@ class RequestStream:
             if not self.under_way:
                 raise
         async with self._alone:
-            if self.under_way:
+            while True:
                 await self._none.wait()
-            return await answer()
+                try:
+                    return await answer()
+                except ResourceExhausted:
+                    # Later ones may have come first.
+                    if not self.under_way:
+                        raise
 
 
 class Place:

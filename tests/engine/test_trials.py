@@ -177,13 +177,18 @@ def test_what_a_trial_has_prepared_is_compiled_alike(trials):
         (schema({"type": "integer", "minimum": 5, "maximum": 3}), "Unsatisfiable schema: minimum"),
         (schema({"$ref": "#"}), "no text conforms to it"),
         (Grammar('start: "a"\n  nothing'), "line 2, column 10: "),
-        (Regex("x*" * 1500), "its expressions have too many states"),
     ],
 )
 def test_problems_are_told_in_terms_of_what_was_sent(trials, constraint, problem):
     with pytest.raises(Refused) as refused:
         trials.try_first(constraint, 60)
     assert str(refused.value).startswith(problem)
+
+
+def test_the_librarys_own_settings_are_not_told():
+    library = Guidance(constrained.TOKENS.tokens, constrained.TOKENS.special)
+    with pytest.raises(Refused, match=r"^its expressions have too many states$"):
+        library.prepare(Regex("x*" * 1500))
 
 
 @pytest.mark.parametrize(

@@ -122,18 +122,23 @@ async def test_the_requests_of_a_stream_hold_one_place() -> None:
 
 async def test_a_request_waits_for_what_others_of_its_stream_hold() -> None:
     pod, stream, answered = admission(max_queue_tokens=100), RequestStream(), list[int]()
+    later = list[asyncio.Task[None]]()
 
     async def answer(number: int) -> None:
         with pod.enter(stream=stream) as place:
             place.queue(60)
             await asyncio.sleep(0.001)
             answered.append(number)
+        if number < 5:  # it comes before those that wait
+            one = functools.partial(answer, 5 + number)
+            later.append(asyncio.ensure_future(stream.fitting(one)))
 
     ask = (stream.fitting(functools.partial(answer, number)) for number in range(5))
     await asyncio.wait_for(asyncio.gather(*ask), 10)
-    assert answered == [*range(5)]
+    await asyncio.gather(*later)
+    assert sorted(answered) == [*range(10)]
     # What others hold is no reason to wait.
     with pod.enter() as other:
         other.queue(60)
         with pytest.raises(ResourceExhausted, match="exceed 100"):
-            await stream.fitting(functools.partial(answer, 5))
+            await stream.fitting(functools.partial(answer, 9))

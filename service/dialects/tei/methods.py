@@ -180,6 +180,11 @@ async def _each(
     begun = asyncio.Queue[asyncio.Task[Any] | None](_AT_ONCE)
     under_way = set[asyncio.Task[Any]]()
 
+    def ended(task: asyncio.Task[Any]) -> None:
+        under_way.discard(task)
+        if not task.cancelled():
+            task.exception()  # an earlier one's may be the stream's
+
     async def begin() -> None:
         """Begin to answer each request; the last entry is None, also if reading them fails."""
         try:
@@ -187,7 +192,7 @@ async def _each(
                 one = functools.partial(answer, backend, request, context, stream)
                 task = asyncio.ensure_future(stream.fitting(one))
                 under_way.add(task)
-                task.add_done_callback(under_way.discard)
+                task.add_done_callback(ended)
                 await begun.put(task)
         finally:
             await begun.put(None)
@@ -201,8 +206,7 @@ async def _each(
         for left in (beginning, *under_way):
             left.cancel()
         while not begun.empty():
-            if (ended := begun.get_nowait()) is not None and ended.done():
-                ended.cancelled() or ended.exception()
+            begun.get_nowait()
 
 
 def _stream(answer: Answer) -> Answer:

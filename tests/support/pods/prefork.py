@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from support.pods import prefork_server
 
@@ -152,27 +152,36 @@ def _read_by_imports(name: str) -> bool:
     return name.startswith(_READ_BY_IMPORTS)
 
 
-def share() -> None:
-    """Let processes that this one starts ask one process that forks, for its imports take long."""
+def share() -> Callable[[], None]:
+    """Let processes that this one starts ask one process that forks, for its imports take long.
+
+    What it returns ends that process.
+    """
     address = f"@tokenpod-tests-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(address.replace("@", "\0"))
         listener.listen()
-        _start_server(listener)
+        _, end = _start_server(listener)
     os.environ[_SHARED] = address
+    return end
 
 
 @functools.cache
 def _server() -> socket.socket:
     """The process that forks; it ends with this one, or with who shares it."""
     if not (address := os.environ.get(_SHARED)):
-        return _start_server()
+        link, end = _start_server()
+        atexit.register(end)
+        return link
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link.connect(address.replace("@", "\0"))
     return link
 
 
-def _start_server(listener: socket.socket | None = None) -> socket.socket:
+def _start_server(
+    listener: socket.socket | None = None,
+) -> tuple[socket.socket, Callable[[], None]]:
+    """How to ask it, and how to end it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         numbers = [link.fileno() for link in (theirs, listener) if link]
@@ -186,5 +195,4 @@ def _start_server(listener: socket.socket | None = None) -> socket.socket:
         ours.close()
         process.wait()
 
-    atexit.register(end)
-    return ours
+    return ours, end

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from importlib.metadata import requires
 from pathlib import Path
@@ -21,8 +22,8 @@ from support.examples import examples
 from support.gpu_lock import gpu_lock
 from support.pods import prefork
 from support.pods.harness import ServerProcess, serve
-from support.processes import Processes
 from support.shared import Shared
+from support.waiting import wait_for
 
 if TYPE_CHECKING:
     from support.checkpoints.golden import SharedGoldens
@@ -33,8 +34,6 @@ with_cuda = any(need.startswith("nvidia-") for need in requires("torch") or ())
 interpreted = not (with_cuda and Path("/dev/nvidiactl").exists())
 if interpreted:
     os.environ["TRITON_INTERPRET"] = "1"
-else:  # whoever asks CUDA whether there is a GPU can't fork any more
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 # torch's threads spin while they wait for each other, on processors that other tests need, and tiny
 # tensors gain nothing from more than one. Programs that tests start inherit this.
@@ -52,6 +51,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 FOLDER = Path(__file__).parent
+#: Variable with a path that is there once the first process of several has imported all tests.
+_COMPILED = "TESTS_COMPILED"
 #: Folders and fixtures whose tests start processes, servers mostly.
 POD_FOLDERS = ("chaos/", "deploy/", "examples/", "server/", "tools/")
 POD_FIXTURES = frozenset({"server", "shard", "stub"})
@@ -67,13 +68,21 @@ SHORT = ("core", "service")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keep the collector from walking through all that is imported, now and between tests."""
+    """Keep the collector from walking through all that is imported, now and between tests.
+
+    In a new clone one process compiles all test modules, and the others read what it wrote.
+    """
+    turn, worker = os.environ.get(_COMPILED), os.environ.get("PYTEST_XDIST_WORKER")
+    if turn and worker != "gw0":
+        wait_for(Path(turn).exists, seconds=300)
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
         gc.enable()
+        if turn and worker == "gw0":
+            Path(turn).touch()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -82,7 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     let_loggers_propagate()
     mark_sampled(items)
     mark_tiers(items)
-    if config.option.processes > 1:
+    if hasattr(config, "workerinput"):  # pytest-xdist's
         items[:] = interleaved(items)
     # First, while nothing else has the GPU: the others would wait for it in the middle of theirs.
     items.sort(key=lambda item: item.get_closest_marker("fills_gpu") is None)  # stable
@@ -159,18 +168,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         (torch.default_generator if interpreted else torch).manual_seed(0)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """`-n`: small letters are pytest's, but for who asks for them by this name."""
-    group = parser.getgroup("processes")
-    group._addoption("-n", dest="processes", type=int, default=1, help="run tests in N processes")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Audit hooks stay for the life of a process: there is one of ours."""
     config.pluginmanager.register(NoProcesses())
-    config.pluginmanager.register(Processes(config.option.processes), "processes")
-    if config.option.processes > 1:
-        config.add_cleanup(prefork.share())
+    if getattr(config.option, "numprocesses", None):  # pytest-xdist's, of who starts processes
+        prefork.share()
+        if not (FOLDER / "models" / "__pycache__").exists():
+            folder = tempfile.TemporaryDirectory()
+            config.add_cleanup(folder.cleanup)
+            os.environ[_COMPILED] = f"{folder.name}/compiled"
     # What a test draws comes slowly where others have the processors: that says nothing of it.
     settings.register_profile(
         "tokenpod",
@@ -230,8 +236,8 @@ def mark_sampled(items: list[pytest.Item]) -> None:
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
     """Folders that all processes of this run have in common."""
     root = tmp_path_factory.getbasetemp()
-    if root.name.startswith("process"):
-        root = root.parent
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # of every process's own
     (root / "shared").mkdir(exist_ok=True)
     return Shared(root / "shared")
 
@@ -245,10 +251,10 @@ def golden(shared: Shared) -> SharedGoldens:
 
 
 @pytest.fixture(scope="session")
-def server(pytestconfig: pytest.Config) -> Iterator[ServerProcess]:
+def server() -> Iterator[ServerProcess]:
     """A running server; tests must leave it as they found it."""
     # One process of a run starts it as users do, the others sooner.
-    first = pytestconfig.pluginmanager.get_plugin("processes").number == 0
+    first = os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0"
     with serve("--kv-cache-events", own_imports=first) as running:
         running.is_common = True
         yield running

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import itertools
 import os
@@ -56,13 +55,13 @@ _OF_CALLS = (
 #: A server takes its port seconds after a test chose it. Systems hand out none of these to others,
 #: and test processes that run side by side, whose ids are local_ranks, begin far from each other.
 _PORTS = range(10_000, 32_000)
-_turns = functools.cache(lambda process: itertools.count(process * 997))
+_turns = itertools.count(os.getpid() * 997)
 
 
 def free_port() -> int:
     """A port that nobody listens on, and that nobody else is given until its server has it."""
     while True:
-        port = _PORTS[next(_turns(os.getpid())) % len(_PORTS)]
+        port = _PORTS[next(_turns) % len(_PORTS)]
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from support.pods import prefork_server
 
@@ -152,36 +152,27 @@ def _read_by_imports(name: str) -> bool:
     return name.startswith(_READ_BY_IMPORTS)
 
 
-def share() -> Callable[[], None]:
-    """Let processes that this one starts ask one process that forks, for its imports take long.
-
-    What it returns ends that process.
-    """
+def share() -> None:
+    """Let processes that this one starts ask one process that forks, for its imports take long."""
     address = f"@tokenpod-tests-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(address.replace("@", "\0"))
         listener.listen()
-        _, end = _start_server(listener)
+        _start_server(listener)
     os.environ[_SHARED] = address
-    return end
 
 
 @functools.cache
 def _server() -> socket.socket:
     """The process that forks; it ends with this one, or with who shares it."""
     if not (address := os.environ.get(_SHARED)):
-        link, end = _start_server()
-        atexit.register(end)
-        return link
+        return _start_server()
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link.connect(address.replace("@", "\0"))
     return link
 
 
-def _start_server(
-    listener: socket.socket | None = None,
-) -> tuple[socket.socket, Callable[[], None]]:
-    """How to ask it, and how to end it."""
+def _start_server(listener: socket.socket | None = None) -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         numbers = [link.fileno() for link in (theirs, listener) if link]
@@ -195,4 +186,5 @@ def _start_server(
         ours.close()
         process.wait()
 
-    return ours, end
+    atexit.register(end)
+    return ours

@@ -16,10 +16,8 @@ from tokenpod.engine.shards.rendezvous import one_line
 
 _T = TypeVar("_T")
 
-#: Bytes of a message that every rank sends to every other one.
+#: Bytes up to which a sum is that of what all ranks get from all others.
 _SHORT = 1 << 16
-#: Messages between two ranks arrive in order, so one tag will do.
-_TAG = 0
 
 
 class CpuGroup:
@@ -89,13 +87,9 @@ class CpuGroup:
         self._gloo = None
 
     def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """All ranks' x, by rank: one trip, where the library's sum and gather take several."""
-        others = [rank for rank in range(self.world) if rank != self.rank]
-        parts = [x if rank == self.rank else torch.empty_like(x) for rank in range(self.world)]
-        trips = [self._gloo.recv([parts[rank]], rank, _TAG) for rank in others]
-        trips += [self._gloo.send([x], rank, _TAG) for rank in others]
-        for trip in trips:
-            trip.wait()
+        """All ranks' x, by rank."""
+        parts = [torch.empty_like(x) for _ in range(self.world)]
+        self._gloo.allgather([parts], [x]).wait()
         return parts
 
     def _count_local_ranks(self) -> int:

@@ -21,7 +21,11 @@ def test_loops_do_what_the_definition_says(options, window, apart):
     agree(cpu.OPERATIONS, CPU, options_of(options, window, 4, CPU), apart=apart)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)],  # a loop each
+    ids=str,
+)
 @pytest.mark.parametrize("shape", [(4, 4, 32), (3, 1, 80), (2, 2, 6)], ids=str)
 def test_loops_take_heads_of_any_size_and_shorter_numbers(shape, dtype):
     agree(cpu.OPERATIONS, CPU, options_of("plain", None, shape[0], CPU), shape=shape, dtype=dtype)

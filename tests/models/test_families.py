@@ -240,21 +240,20 @@ IGNORED = {
     "attention.bias": "gpt_neox.layers.0.attention.bias",
     "attention.masked_bias": "gpt_neox.layers.0.attention.masked_bias",
 }
-#: A family, and what transformers ignores in its files.
-IGNORING = [
-    pytest.param(family, patterns, id=name)
-    for family in FAMILIES
-    for name in family.architectures
-    if (patterns := getattr(model_of(name), "_keys_to_ignore_on_load_unexpected", None))
-]
 
 
-@pytest.mark.parametrize(("family", "patterns"), IGNORING)
-def test_what_transformers_ignores_is_no_error(family, patterns, golden):
-    folder = golden(first_kind(family)).folder
-    layers = len(read_config(folder).layers)
-    for pattern in patterns:
-        with_more(folder, IGNORED[pattern].format(layers=layers))
+def test_what_transformers_ignores_is_no_error(golden):
+    tried = set()
+    for family in FAMILIES:
+        for name in family.architectures:
+            for pattern in (
+                getattr(model_of(name), "_keys_to_ignore_on_load_unexpected", None) or ()
+            ):
+                folder = golden(first_kind(family)).folder
+                layers = len(read_config(folder).layers)
+                with_more(folder, IGNORED[pattern].format(layers=layers))
+                tried.add(pattern)
+    assert tried == {*IGNORED}
 
 
 @pytest.mark.parametrize("name", ["gemma3-images", "mistral3-newer"])

@@ -23,10 +23,10 @@ from tokenpod.models.tier.errors import NotServed
 
 
 def first_kinds() -> list[str]:
-    """A kind of each family."""
-    found: dict[str, str] = {}
-    for name in KINDS:
-        found.setdefault(golden_config(name)["architectures"][0], name)
+    """A kind of each family, found without making configs."""
+    found: dict[object, str] = {}
+    for name, kind in KINDS.items():
+        found.setdefault((kind.model, kind.disguise), name)
     return list(found.values())
 
 

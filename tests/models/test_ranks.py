@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from support.examples import ALL
 from support.pods.harness import free_port
 from support.steps import ranks
 from support.steps.ranks import Job, Said
@@ -23,7 +24,7 @@ EXPERTS = ("deepseek-v2-lite", "qwen2-moe", "gpt-oss")
 #: others is that of test_decoder.py; each collective of four processes waits for a core.
 SHARED = {
     2: ["llama-odd-vocabulary", "gemma2", "falcon-7b", "opt-8-bits", *EXPERTS],
-    4: ["qwen2-8-bits", "llama-grouped-tied", "mixtral", "opt-350m", "bloom"],
+    4: ["llama-grouped-tied", "mixtral", "bloom", *(("qwen2-8-bits", "opt-350m") if ALL else ())],
 }
 
 #: Rows and chunks are few, so that sequences wait, prompts are cut up and steps are mixed.
@@ -42,7 +43,7 @@ OPTIONS = EngineOptions(
 TOLERANCE_8_BITS = 5e-3
 
 #: Kinds of which there is a second checkpoint, whose weights, keys and values become 8 bits.
-EIGHT_BITS = {"qwen2-8-bits": "qwen2", "opt-8-bits": "opt-350m"}
+EIGHT_BITS = {"opt-8-bits": "opt-350m", **({"qwen2-8-bits": "qwen2"} if ALL else {})}
 
 SAMPLED = SamplingParams(do_sample=True, temperature=1.2, top_k=30, seed=11)
 PENALISED = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4)

@@ -13,5 +13,5 @@ def test_a_pod_withstands_the_short_form() -> None:
 
 
 def test_calls_of_every_protocol_at_once_harm_nobody() -> None:
-    minutes = mixed(seed=1, seconds=5.0, every=5.0)
+    minutes = mixed(seed=1, seconds=3.0, every=3.0)
     assert not [minute.fault for minute in minutes if minute.fault]

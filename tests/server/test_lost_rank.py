@@ -95,7 +95,7 @@ def watched(address: str) -> tuple[grpc.Channel, list[Any]]:
 def test_no_call_is_cancelled_and_every_connection_but_the_routers_is_closed(
     server: ServerProcess,
 ) -> None:
-    clients = [Client(server, pause) for pause in (0.0, 0.0, 0.01, 0.05, 0.3, 1.0)]
+    clients = [Client(server, pause) for pause in (0.0, 0.01, 0.05, 0.3, 1.0)]
     idle, idle_states = watched(server.address)
     router, router_states = watched(f"unix:{server.uds}")
     probes, probe_states = watched(server.health_address)

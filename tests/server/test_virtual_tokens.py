@@ -59,7 +59,7 @@ def expected(folder: Path) -> dict[str, list[int]]:
 @pytest.fixture(scope="module")
 def pod(folder: Path) -> Iterator[ServerProcess]:
     named = ",".join(f"{name}={folder / name}" for name in ("prompt", "prefix", "sql"))
-    flags = ["--num-shard", "2", "--lora-adapters", named, "--max-adapters", "1"]
+    flags = ["--lora-adapters", named, "--max-adapters", "1"]
     flags += ["--adapter-folder", str(folder), "--adapter-token-file", f"{folder}/tokens"]
     flags += ["--max-total-tokens", str(TOTAL), "--max-batch-prefill-tokens", "16"]
     with serve(*FLAGS, *flags, env=ENV) as running:
@@ -204,10 +204,15 @@ def test_routers_name_them_and_go_on_with_their_batches(pod: ServerProcess, api:
 def test_without_slots_there_are_adapters_of_virtual_tokens_alone(
     folder: Path, expected: Any
 ) -> None:
+    """Of two ranks, side by side."""
     flags = ["--max-adapters", "0", "--lora-adapters"]
-    with serve(*FLAGS, *flags, f"prefix={folder / 'prefix'}", env=ENV) as pod:
+    names = ("", "prompt", "prefix")
+    named = ",".join(f"{name}={folder / name}" for name in names[1:])
+    with serve(*FLAGS, "--num-shard", "2", *flags, named, env=ENV) as pod:
         api = GenerationServiceStub(pod.channel())
-        assert tokens(api, "prefix") == expected["prefix"]
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(lambda name: tokens(api, name), names))
+        assert found == [expected[name] for name in names]
         assert "adapter" in api.GetModel(service.GetModelRequest(), timeout=30).model.features
         assert pod.stop() == 0
     with serve(*FLAGS, *flags, f"sql={folder / 'sql'}", wait=False) as pod:

@@ -13,7 +13,7 @@ from support.steps.hand_scheduler import HandScheduler, Sequence
 #: How far the longest text goes: beyond every window, and twice what any rotation begins with.
 LONGEST = 104 if ALL else 84
 #: Those of it that follow one at a time, each where the last one led; the others are its prompt's.
-NEW_TOKENS = 64 if ALL else 14
+NEW_TOKENS = 64 if ALL else 5
 
 
 class Walk:

@@ -155,7 +155,7 @@ class Settings(BaseSettings):
     deterministic: bool = _model(False)
     """Let the tokens of a request, and their log probabilities, be the same bit by bit whatever
     runs beside it, however its prompt is cut, and whether its beginning was cached. For dense
-    models without quantised weights, on one GPU; 11 to 18 % slower."""
+    models without quantised weights, on one GPU; 9 to 17 % slower."""
     device: Literal["auto", "cpu", "cuda"] = _model("auto")
     """Where the model runs. auto: a GPU if there is one."""
     threads: int = _model(0, ge=0)

@@ -54,13 +54,13 @@ demo: setup ## Start the server on the embedded model and stream a completion
 
 # Three, since tests of servers often wait.
 test: setup ## The tests of every change, in three processes (make test ARGS='tests/scheduler -x' for a part, in one)
-	@$(PY) -m pytest $(or $(ARGS),-n 3)
+	@$(PY) -m pytest $(or $(ARGS),-n 4)
 
 test-unit: setup ## Those of them that start no process and are short
 	@$(PY) -m pytest -m unit $(or $(ARGS),-n 2)
 
 test-all: setup ## All tests that need no GPU, with all examples of property tests: an hour
-	@EXAMPLES=all FUZZ_EXAMPLES=30 $(PY) -m pytest -m "not gpu" $(or $(ARGS),-n 3)
+	@EXAMPLES=all FUZZ_EXAMPLES=30 $(PY) -m pytest -m "not gpu" $(or $(ARGS),-n 4)
 
 test-gpu: setup ## The tests that need a GPU, in 16 processes (make test-gpu ARGS='tests/kernels -x' for a part, in one)
 	@$(PY) -m pytest -m gpu $(or $(ARGS),-n 16)

@@ -53,7 +53,7 @@ demo: setup ## Start the server on the embedded model and stream a completion
 	@$(PY) tools/demo.py
 
 # Three, since tests of servers often wait.
-test: setup ## The tests of every change, in three processes (make test ARGS='tests/scheduler -x' for a part, in one)
+test: setup ## The tests of every change, in four processes (make test ARGS='tests/scheduler -x' for a part, in one)
 	@$(PY) -m pytest $(or $(ARGS),-n 4)
 
 test-unit: setup ## Those of them that start no process and are short

@@ -83,7 +83,7 @@ def test_every_kind_of_step_under_every_window(batch, window, draw):
     ("heads", "head_dim"),
     [
         ((1, 1), 8),
-        ((4, 1), 40),
+        pytest.param((4, 1), 40, marks=pytest.mark.slow),
         *(
             pytest.param((heads, kv_heads), head_dim, marks=pytest.mark.slow)
             for heads, kv_heads in [(1, 1), (6, 6), (6, 1), (12, 4), (5, 5)]

@@ -110,7 +110,11 @@ def test_a_shared_expert_costs_ranks_no_sum_of_its_own(golden, text, monkeypatch
 
 
 @pytest.mark.sampled(11, "slow")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)],  # loops each
+    ids=str,
+)
 @pytest.mark.parametrize(
     "name",
     [

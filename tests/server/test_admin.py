@@ -120,7 +120,7 @@ def test_a_profile_shows_the_engines_steps_while_it_serves(pod: ServerProcess) -
     running = pod.stub().Generate(text_request("def ", stopping=LONG))
     next(running)
     # Whichever comes first is taken, and another is refused while that lasts.
-    stub, request = admin(pod), pb.TakeProfileRequest(seconds=2)
+    stub, request = admin(pod), pb.TakeProfileRequest(seconds=1)
     asked = [stub.TakeProfile.future(request, metadata=TOKEN) for _ in range(4)]
     refusals = [call.exception(60) for call in asked]
     running.cancel()

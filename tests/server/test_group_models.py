@@ -21,7 +21,7 @@ from tokenpod_client.protos.tokenpod.v1.generation_service_pb2 import GetLoadReq
 
 PROMPTS = [[5, 17, 301, 44, 9, 120, 77, 12, 8, 33] * 4, [7, 9, 400, 21], [5, 17, 301, 44, 9] * 8]
 #: Several windows.
-NEW_TOKENS = 24
+NEW_TOKENS = 14
 FLAGS = ("--num-shard", "2", "--max-total-tokens", "512", "--max-batch-prefill-tokens", "64")
 
 

@@ -90,7 +90,7 @@ async def prefilled(client: ShardClient, batch_id: int) -> CachedBatch:
 async def test_what_a_router_has_begun_comes_to_its_end(wire: Wire) -> None:
     with serve(*FLAGS, env=ENV) as server:
         async with router_of(server.uds, wire=wire) as router:
-            streams = await started(router, prompt(), prompt(TOKENS // 2), prompt(TOKENS // 3))
+            streams = await started(router, prompt(200), prompt(170), prompt(TOKENS // 3))
             await draining(server)
             assert not streams[2].over
             for result in await results(streams):

@@ -255,7 +255,7 @@ def test_the_slots_are_told_with_what_they_were_computed_from() -> None:
 
 
 def test_the_log_tells_of_loading_until_it_serves_and_nothing_is_left_in_the_end() -> None:
-    with serve(wait=False, own_imports=True) as starting:
+    with serve(wait=False) as starting:
         wait_for(lambda: bool(starting.engine_pids()))
         # As slow as a large model on a slow volume.
         stop(starting.engine_pid())

@@ -129,7 +129,7 @@ def test_a_template_that_takes_too_much_is_refused_with_the_limit(
 def test_a_rendering_ends_with_its_callers_deadline(server: ServerProcess, stub: Any) -> None:
     workers = set(server.text_worker_pids())
     with pytest.raises(grpc.RpcError) as over:
-        stub.Tokenize(tokens(ENDLESS), timeout=2)
+        stub.Tokenize(tokens(ENDLESS), timeout=1)
     assert over.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     wait_for(lambda: len(workers - set(server.text_worker_pids())) == 1)
 

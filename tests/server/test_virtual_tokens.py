@@ -28,8 +28,8 @@ from tokenpod_client.protos.tokenpod.v1.adapter_service_pb2_grpc import AdapterS
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 IDS = [5, 17, 301, 44, 90, 7]
-NEW = 8
-TOTAL = 64
+NEW = 4
+TOTAL = 48
 TOKEN = {"metadata": (("authorization", "Bearer secret"),), "timeout": 60}
 TEXT = "a, b"
 

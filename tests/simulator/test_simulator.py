@@ -98,7 +98,7 @@ def walk(admission, turns, requests, seed, *, rate=400.0, slots=1200):
 
 
 def test_what_is_swapped_is_not_computed_again():
-    arrivals = load(250, 11)
+    arrivals = load(150, 11)
     plain = simulated("optimistic", "mixed", arrivals, overlap=True, slots=600)
     # A token takes as long to copy as ten to compute, and the host's memory is short, too.
     for offload_slots, copy_seconds in ((20_000, 0.0), (800, 2e-5)):

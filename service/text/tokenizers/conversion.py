@@ -2,8 +2,8 @@
 and the vocabulary and merges of GPT-2 and BERT.
 
 `python -m tokenpod.service.text.tokenizers.conversion FOLDER` writes it to standard output, or one
-line that says what is wrong. Transformers and what it brings take half a gigabyte and three
-seconds: hence a process, which ends. No code of the model's folder is run.
+line that says what is wrong. Transformers and what it brings take memory and seconds: hence a
+process, which ends. No code of the model's folder is run.
 """
 
 from __future__ import annotations
@@ -151,6 +151,8 @@ def _further_tokens(config: dict[str, Any], size: int) -> list[str]:
 def main() -> int:
     """Convert the vocabulary of the folder that is the argument."""
     die_with_parent()
+    # No tokenizer needs it, and transformers would import it: four of five seconds.
+    sys.modules["torch"] = None  # type: ignore[assignment]
     try:
         text = converted(Path(sys.argv[1])).to_str()
     except TokenizerError as error:

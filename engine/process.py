@@ -46,7 +46,8 @@ def main() -> int:
     # All that imports make stays: walks of the collector through it take a tenth of the time, and
     # find nothing.
     gc.disable()
-    threading.Thread(target=_import_ahead, args=[compiles], name="imports").start()
+    imports = threading.Thread(target=_import_ahead, args=[compiles], name="imports")
+    imports.start()
     try:
         options = link.receive(None)[0]
         assert isinstance(options, EngineOptions), "the first message is EngineOptions"
@@ -78,6 +79,8 @@ def main() -> int:
         traceback.print_exc()
         with contextlib.suppress(LinkClosed):
             link.send(Broken(line))
+    finally:
+        imports.join()  # what is imported while the interpreter ends fails, with a traceback
     return 1
 
 

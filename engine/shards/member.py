@@ -184,8 +184,8 @@ class Member:
 class Leading:
     """Launches steps that all ranks take, and captures what all capture.
 
-    The followers are told first. Their devices meet in sums, in these of a capture's first run too,
-    so all ranks run both in one order.
+    Followers get the message first. Devices add up over ranks in steps and in a capture's first
+    run, so all ranks run both in one order.
     """
 
     def __init__(self, server: PlanServer, local: Executor, captures: CapturesLater | None) -> None:

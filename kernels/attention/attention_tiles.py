@@ -110,12 +110,12 @@ SMALL_TILES = {
 #: Query heads of a key/value head that decode tiles were measured for, at most.
 MEASURED_GROUP = 16
 
-#: Of single rows that are walked along as others are: rows of a product at least, and where there
-#: are so many pairs of a row and a key/value head that programs are better small.
+#: Of single rows that are walked along as others are: the least rows of a program's product, and
+#: those where so many pairs of a row and a key/value head make small programs faster.
 LEAST_SINGLE_ROWS = 64
 LEAST_ROWS = 16
 MANY_PAIRS = 512
-#: And programs of a pair where few would leave most of a GPU idle.
+#: Programs of a pair, where fewer would leave most of a GPU idle.
 FEW_PAIRS = 16
 PARTS_OF_FEW = 4
 
@@ -175,8 +175,7 @@ def single_tile(tile: ExtendTile, group: int, pairs: int) -> ExtendTile:
         group: query heads that share a key/value head.
         pairs: rows times key/value heads.
     """
-    parts, least = tile.parts, LEAST_SINGLE_ROWS
-    stages = tile.stages
+    least, stages, parts = LEAST_SINGLE_ROWS, tile.stages, tile.parts
     if pairs <= FEW_PAIRS and tile.parts == 1:
         parts = PARTS_OF_FEW
     elif pairs >= MANY_PAIRS and tile.block_m == LEAST_ROWS * tile.warps:

@@ -22,11 +22,11 @@ from tokenpod.kernels.mixers.triton_delta import gated_delta
 from tokenpod.kernels.mixers.triton_space import state_space
 from tokenpod.kernels.operations.ops import AddLinear, Linear, Operations
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.pointwise.reference_pointwise import embed
 from tokenpod.kernels.pointwise.triton_pointwise import (
     act_mul,
     activate,
     add_layer_norm,
-    embed,
     layer_norm,
     rms_norm,
 )

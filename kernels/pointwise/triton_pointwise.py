@@ -1,4 +1,4 @@
-"""Embedding, norm and the gated unit: one launch, one pass over memory, float32 inside."""
+"""Norms, activations and the gated unit: one launch, one pass over memory, float32 inside."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 from tokenpod.kernels.gpu.launch import await_inputs, launch_options
 from tokenpod.kernels.gpu.launcher import launched
-from tokenpod.kernels.operations.pointwise_ops import Activation, AddToRows
+from tokenpod.kernels.operations.pointwise_ops import Activation
 from tokenpod.kernels.pointwise import reference_pointwise as reference
 
 #: Outputs of the gated unit that one program makes; and of an activation alone, of many tokens.
@@ -26,19 +26,6 @@ def named(activation: Activation | None, dtype: torch.dtype) -> str:
         return "none"
     short = activation is Activation.GELU and dtype.itemsize == 2
     return "gelu_short" if short else activation.value
-
-
-def embed(
-    table: torch.Tensor,
-    t_token: torch.Tensor,
-    add: AddToRows | None = None,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """Rows of the table [V, n] by tokens [T]: [T, n]."""
-    x = table.index_select(0, t_token).to(dtype or table.dtype)
-    if add is not None:
-        add(x, t_token)
-    return x
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

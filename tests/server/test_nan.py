@@ -100,7 +100,7 @@ def test_a_bad_token_that_was_sampled_ends_its_stream_and_leaves_a_sound_prompt(
 ) -> None:
     stub = poisoned.stub()
     forced = {"sampling": {"logit_bias": {POISON: 100.0}}}
-    # The token itself was sound; what the model made of it was not. It is told, but a client that
+    # The token itself was sound; what the model made of it was not. It is sent, but a client that
     # has not read it when the error's trailers come drops it.
     for _ in range(20):
         events: list[Any] = []

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from tokenpod.kernels.backends import reference
 from tokenpod.kernels.operations.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.pointwise.triton_pointwise import act_mul
 from tokenpod.kernels.products import triton_product as product
 from tokenpod.kernels.products.product_tiles import Kind, Tile, Tiles
 
@@ -111,6 +112,16 @@ def test_a_gated_product(tokens, bias, activation, tiles, case, draw, device):
     normed = reference.rms_norm(wide(x), wide(norm.weight), 1e-5)
     truth = reference.act_mul(functional.linear(normed, wide(weight), wide(offset)), activation)
     agree(got, truth)
+
+
+@pytest.mark.parametrize("kind", ["multiply_add", "matrix", "tiled"])
+def test_gates_are_rounded_as_if_they_were_stored(kind, case, draw, device):
+    tiles = Tiles({}, [(1 << 30, TILES[kind])])
+    x, weight, offset = case(5, 96, 136, torch.bfloat16, bias=True)
+    norm = RowNorm(draw(136, dtype=torch.bfloat16).to(device), 1e-6)
+    stored = product.prepare_norm_linear(weight, offset, norm, None, tiles)(x)
+    gated = product.prepare_norm_linear(weight, offset, norm, Activation.SILU, tiles)(x)
+    assert torch.equal(gated, act_mul(stored, Activation.SILU))
 
 
 @pytest.mark.sampled(5, "gpu")
